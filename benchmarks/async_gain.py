@@ -30,7 +30,6 @@ from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.learner.base import BackwardResult
 from strop.learner.client import ColumnSources, InlineCaller, LearnerClient, LearnerThread, ThreadCaller
 from strop.metrics import Metrics
-from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.stream import DropTooOld, Fifo, GroupOrder, RolloutStream, Windowed
 from strop.trainer.run import TrainingRun, TrainOptions
@@ -171,9 +170,7 @@ class Measured:
         return spread(self.steps)
 
 
-def measure(
-    setting: Setting, *, generation: Latency, training: Latency, groups: int, steps: int, seed: int = 0, folder: Path = Path()
-) -> Measured:
+def measure(setting: Setting, *, generation: Latency, training: Latency, groups: int, steps: int, seed: int = 0) -> Measured:
     """Run the training loop once and measure its steps."""
 
     async def whole() -> InstantPublisher:
@@ -201,7 +198,6 @@ def measure(
             columns=ColumnSources(frozenset(), {}),
             weights=publisher,
             tracker=publisher,
-            rollouts=RolloutStore(folder, "none"),
         )
         await train(run)
         await run.stream.close()

@@ -52,7 +52,8 @@ def measure(rollouts: int, tokens: int) -> tuple[int, list[Cost], list[Cost]]:
 
     def once(columns: bool) -> Cost:
         start = time.perf_counter()
-        trace = TokenTrace(algorithm=algorithm, batch=batch, optimizer_steps=1, note=print, active=columns)
+        trace = TokenTrace(algorithm=algorithm, batch=batch, optimizer_steps=1, note=print)
+        trace.active = columns
         trace.observe("policy", torch.arange(count), batch, outputs, algorithm.loss)
         found = trace.columns()
         traced = time.perf_counter() - start

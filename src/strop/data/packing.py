@@ -8,7 +8,7 @@ predicts nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,16 +30,13 @@ from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
 
 @dataclass(frozen=True, eq=False)
 class _Predictions:
-    """The predicted tokens of one rollout, in parts."""
+    """The predicted tokens of a batch under construction, in parts."""
 
-    source: list[Span]  # in T
-    target: list[Tensor]  # int64
-    logprobs: list[Tensor]  # float32
-    versions: list[Tensor]  # int32
-
-    @property
-    def count(self) -> int:
-        return sum(tokens.numel() for tokens in self.target)
+    counts: list[int] = field(default_factory=list)  # of each rollout
+    source: list[Span] = field(default_factory=list)  # in T
+    target: list[Tensor] = field(default_factory=list)  # int64
+    logprobs: list[Tensor] = field(default_factory=list)  # float32
+    versions: list[Tensor] = field(default_factory=list)  # int32
 
 
 def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_prefixes: bool = True) -> Batch:
@@ -56,7 +53,8 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
     at_end = credit.predict == "last_token"
     leaves: list[list[int]] = []  # of each rollout
     paths_of: list[list[TokenPath]] = []
-    predictions: list[_Predictions] = []
+    predicted = _Predictions()
+    predict = _predict_at_end if at_end else _predict_tokens
     for group in groups:
         prompt = group.rollouts[0].prompt
         shared = share_prefixes and all(
@@ -69,23 +67,23 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
             path.append_to(flat)
         leaves += [[path.leaf for path in paths] for paths in trees]
         paths_of += trees
-        predict = _predict_at_end if at_end else _predict_tokens
-        predictions += [predict(rollout, paths) for rollout, paths in zip(group.rollouts, trees, strict=True)]
-    target = concatenate([part for predicted in predictions for part in predicted.target], torch.int64)
+        for rollout, paths in zip(group.rollouts, trees, strict=True):
+            predict(predicted, rollout, paths)
+    target = concatenate(predicted.target, torch.int64)
     if not len(target):
         raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     dtype = torch.get_default_dtype()
-    sequence = _count_off([predicted.count for predicted in predictions])
+    sequence = _count_off(predicted.counts)
     return Batch(
         tokens=torch.cat(flat.tokens),
         positions=expand(flat.positions),
         segment_start=torch.tensor(flat.starts),
         segment_parent=torch.tensor(flat.parents),
-        source=expand([span for predicted in predictions for span in predicted.source]),
+        source=expand(predicted.source),
         target=target,
         sequence=sequence,
-        rollout_logprobs=torch.cat([part for predicted in predictions for part in predicted.logprobs]),
-        versions=torch.cat([part for predicted in predictions for part in predicted.versions]),
+        rollout_logprobs=torch.cat(predicted.logprobs),
+        versions=torch.cat(predicted.versions),
         advantages=credit.advantages.to(dtype).index_select(0, sequence),
         mask=credit.mask.to(dtype).index_select(0, sequence),
         leaf=torch.tensor([leaf for each in leaves for leaf in each]),
@@ -108,27 +106,30 @@ def _count_off(counts: Sequence[int]) -> Tensor:
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
 
 
-def _predict_tokens(rollout: Rollout, paths: Sequence[TokenPath]) -> _Predictions:
+def _predict_tokens(predicted: _Predictions, rollout: Rollout, paths: Sequence[TokenPath]) -> None:
     """Predict every sampled token of a rollout from the one before it on its path."""
-    found = _Predictions([], [], [], [])
     starts = [(rollout.prompt.numel(), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
+    count = 0
     for path, (start, turns) in zip(paths, starts, strict=True):
         end = start - 1
         for turn in turns:
             begin, end = end, end + turn.tokens.numel()
             if turn.sampled:
-                found.source.extend(path.spans(begin, end))
-                found.target.append(turn.tokens)
-                found.logprobs.append(turn.logprobs)
-                found.versions.append(turn.versions)
-    return found
+                count += end - begin
+                predicted.source.extend(path.spans(begin, end))
+                predicted.target.append(turn.tokens)
+                predicted.logprobs.append(turn.logprobs)
+                predicted.versions.append(turn.versions)
+    predicted.counts.append(count)
 
 
-def _predict_at_end(rollout: Rollout, paths: Sequence[TokenPath]) -> _Predictions:
+def _predict_at_end(predicted: _Predictions, rollout: Rollout, paths: Sequence[TokenPath]) -> None:
     """Predict once, at the last sampled token; without one, at the last token of the prompt."""
     end = len(rollout.prompt) + own_tokens(rollout.turns)[1]
     if not end:
         raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
-    last = rollout.tokens()[end - 1 : end]
-    unknown = torch.full((1,), -1, dtype=torch.int32)
-    return _Predictions(paths[0].spans(end - 1, end), [last], [torch.zeros(1)], [unknown])
+    predicted.counts.append(1)
+    predicted.source.extend(paths[0].spans(end - 1, end))
+    predicted.target.append(rollout.tokens()[end - 1 : end])
+    predicted.logprobs.append(torch.zeros(1))
+    predicted.versions.append(torch.full((1,), -1, dtype=torch.int32))
