@@ -142,8 +142,13 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_cache() -> None:
-    """Keep compiled code between runs in the user's own folder (because it is executed), unless the environment names another."""
-    if os.environ.get(_CACHE):
+    """Keep compiled code between runs in the user's own folder (because it is executed), unless the environment names another.
+
+    Torch sets the variable to its own folder for temporary files once anything asks where the cache is.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imported late, because it takes a second
+
+    if os.environ.get(_CACHE, "") not in ("", default_cache_dir()):
         return
     folder = user_cache_folder() / "compiled_layers"
     try:

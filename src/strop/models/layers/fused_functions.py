@@ -372,7 +372,7 @@ class _After(torch.autograd.Function):
         dtypes = iter([each.dtype for each in parameters])
         ctx.constants = part, ctx.needs_input_grad[3:], tuple(tuple(islice(dtypes, count)) for count in counts)
         ctx.weights, ctx.attended = weights, (attended.shape, attended.dtype)
-        return output.view(x.shape)  # type: ignore[no-any-return]
+        return torch.ops.aten._unsafe_view(output, x.shape)  # type: ignore[no-any-return]  # of a view FSDP warns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
