@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strop.models.layers import segments
+
 PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"})
 
 
@@ -41,12 +43,8 @@ def compile_as_graph(launched: Callable[[int], None]) -> Callable[..., Any]:
 
     def compile_segment(function: Any, constants: Any, *layouts: Any) -> Any:
         def run(*tensors: Tensor) -> Any:
-            weights, place = [], 0
-            for layout in layouts:
-                weights.append(layout.build(tensors[place : place + layout.count]))
-                place += layout.count
             with GraphLaunches() as launches:
-                results = function(constants, weights, *tensors[place:])
+                results = function(constants, *segments.with_weights(layouts, tensors))
             launched(launches.count)
             return results
 

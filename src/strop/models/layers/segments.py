@@ -73,17 +73,22 @@ def compile_segment(function: Callable[..., Any], constants: Hashable, *layouts:
     """Return a segment compiled for its constants, as a function of the tensors of its weights and then of the others."""
 
     def run(*tensors: Tensor) -> Any:
-        weights, place = [], 0
-        for layout in layouts:
-            weights.append(layout.build(tensors[place : place + layout.count]))
-            place += layout.count
-        return function(constants, weights, *tensors[place:])
+        return function(constants, *with_weights(layouts, tensors))
 
     # torch.compile keeps what it compiled by the code object: each segment has its own, and does not try those of others
     code = run.__code__.replace(co_name=getattr(function, "__name__", "segment"))
     own = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
     compiled: Callable[..., Any] = torch.compile(own, dynamic=False, backend=_compile_graph)
     return compiled
+
+
+def with_weights(layouts: Sequence[WeightLayout], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the weights that the first tensors belong to, and then the other tensors."""
+    weights, place = [], 0
+    for layout in layouts:
+        weights.append(layout.build(tensors[place : place + layout.count]))
+        place += layout.count
+    return weights, *tensors[place:]
 
 
 def _compile_graph(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
