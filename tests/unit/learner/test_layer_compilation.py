@@ -26,6 +26,7 @@ from strop.models.layers import fused_functions, segments
 from strop.models.layers.compiled_layers import CompiledLayers, find_compiled_layers, keep_cache, use_learner_layers
 from strop.models.layers.fused_functions import norm_gradients
 from strop.models.layers.known_code import RmsNormSpec, decoder_layers
+from strop.models.layers.weight_copies import JoinedWeights, LinearWeights, SeparateWeights
 from strop.models.network import Network, probe_batch
 from strop.models.value_network import ValueHead
 from strop.sampling import Sampling
@@ -130,6 +131,49 @@ def test_guards_choose_the_code_of_a_segment_once_for_tensors_of_a_form(traced: 
                 for one, other in zip(found, expected, strict=True):
                     torch.testing.assert_close(one, other)
             assert len(chosen) == 1, (rows, size, dtype, contiguous)
+
+
+def check_segment(function: Any, constants: Any, weights: Any, *tensors: Tensor) -> Any:
+    with torch.no_grad():
+        plain = segments.run_segment(function, constants, weights, *tensors)
+        with segments.compiling_segments():
+            for _ in range(2):  # by torch.compile, and directly
+                found = segments.run_segment(function, constants, weights, *tensors)
+                for one, other in zip(found, plain, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    return plain
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["separate", "joined", "biased"])
+def test_both_sides_of_attention_are_in_float64_what_they_are_as_written(kind: str) -> None:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=wide)
+
+    def make_weights(inputs: int, *sizes: int) -> LinearWeights:
+        matrices, biases = [draw(size, inputs) for size in sizes], [draw(size) for size in sizes]
+        if kind == "separate":
+            return SeparateWeights(tuple(matrices), (None,) * len(sizes))
+        return JoinedWeights(sizes, torch.cat(matrices), None, torch.cat(biases) if kind == "biased" else None)
+
+    wide, rows, spec = torch.float64, 7, RmsNormSpec(1e-6, 0.0, True)
+    number = 2 if kind == "biased" else 1  # parameters of a linear layer
+    before = fused_functions.BeforeAttention(spec, (spec, spec), wide, 4, wide, wide)
+    inputs = (draw(rows, 16), draw(rows, 1, 4), draw(rows, 1, 4), draw(16), draw(4), draw(4))
+    heads, weights = (16, 8, 8), [make_weights(16, 16, 8, 8)]
+    made = check_segment(fused_functions.compute_heads, before, weights, *inputs)
+    grads = [draw(rows, size // 4, 4) for size in heads]
+    constants: Any = (before, (True,) * (4 + 3 * number), (wide,) * (3 * number))
+    check_segment(fused_functions.head_gradients, constants, weights, *grads, *inputs, *made[3:])
+
+    after = fused_functions.AfterAttention(spec, fused_functions.SILU, wide)
+    weights = [make_weights(16, 16), make_weights(16, 24, 24), make_weights(24, 16)]
+    x, attended, norm = draw(rows, 16), draw(rows, 16), draw(16)
+    made = check_segment(fused_functions.finish_layer, after, weights, x, attended, norm)
+    constants = (after, (True,) * (3 + 4 * number), tuple((wide,) * (count * number) for count in (1, 2, 1)))
+    check_segment(fused_functions.layer_gradients, constants, weights, draw(rows, 16), attended, norm, *made[1:])
 
 
 def check_replacement(family: str) -> None:
