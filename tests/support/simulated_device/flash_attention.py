@@ -23,9 +23,9 @@ def register_flash_attention(native: Any) -> None:
         library.impl(f"_flash_attention_{name}", as_kernel(native, function), "PrivateUse1")
     _libraries.append(library)
     if is_here("triton"):
-        from strop.models.attention import merge_kernel
+        from strop.models.attention import flash_kernel
 
-        merge_kernel.merge_rows_on_gpu = as_kernel(native, merge_rows_by_operators)
+        flash_kernel.merge_rows = as_kernel(native, merge_rows_by_operators)
 
 
 def as_kernel(native: Any, function: Callable[..., Any], launches: int = 1) -> Callable[..., Any]:

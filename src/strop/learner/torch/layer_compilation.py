@@ -133,7 +133,7 @@ def _compile_and_try(network: Network, section: str, ranks: RankLayers | None) -
     except CannotCompile:
         compiled.remove()
         raise
-    except RuntimeError as error:  # errors of torch.compile and of compilers are RuntimeErrors
+    except Exception as error:  # whatever torch.compile, its code or a compiler raises
         compiled.remove()
         raise CannotCompile(f"torch.compile failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     return compiled if ranks is None else CompiledLayers(layers)

@@ -266,8 +266,9 @@ def head_gradients(
     """
     part, needs, dtypes = constants
     count = len(part.head_norms)
-    *arriving, x, cos, sin, norm = tensors[:7]
-    head_norms, (rows, scale, *inner) = tensors[7 : 7 + count], tensors[7 + count :]
+    x, cos, sin, norm = tensors[3:7]
+    arriving, head_norms = list(tensors[:3]), tensors[7 : 7 + count]
+    rows, scale, *inner = tensors[7 + count :]
     turned = (part.head_norm_dtype if count else part.dtype,) * 2
     arriving[:2] = turn((-1.0, turned), cos, sin, *arriving[:2])
     of_norms: list[Tensor | None] = []
