@@ -121,21 +121,22 @@ def _find_missing_compiler(device: torch.device) -> str | None:
 
 def _compile_and_try(network: Network, section: str, ranks: RankLayers | None) -> CompiledLayers:
     """Compile the layers and compare them with the modules. Raises CannotCompile and restores the modules if that fails."""
-    layers = decoder_layers(network.decoder)
+    layers, compiled = decoder_layers(network.decoder), None
     kinds = _one_of_each_kind(layers)
-    calls = record_calls(network, kinds) if ranks is None else make_calls(network, kinds, ranks.dtype)
-    compiled = CompiledLayers(layers if ranks is None else [call.layer for call in calls])
     try:
+        calls = record_calls(network, kinds) if ranks is None else make_calls(network, kinds, ranks.dtype)
+        compiled = CompiledLayers(layers if ranks is None else [call.layer for call in calls])
         with network.autocast():
             for call, difference in zip(calls, _compare(calls, compiled), strict=True):
                 _check(call, difference, network)
             _log_saving(network, compiled, calls[0], f"{section}: {len(layers)} decoder layers are compiled")
-    except CannotCompile:
-        compiled.remove()
-        raise
-    except Exception as error:  # whatever torch.compile, its code or a compiler raises
-        compiled.remove()
-        raise CannotCompile(f"torch.compile failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # of torch.compile, of its code, of a compiler, or of layers that cannot be made
+        if compiled is not None:
+            compiled.remove()
+        if isinstance(error, CannotCompile):
+            raise
+        said = (str(error).strip().splitlines() or ["no message"])[0]
+        raise CannotCompile(f"torch.compile failed: {type(error).__name__}: {said}") from error
     return compiled if ranks is None else CompiledLayers(layers)
 
 
