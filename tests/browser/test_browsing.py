@@ -140,6 +140,7 @@ def test_the_samples_of_a_step_are_walked_zoomed_and_opened(address: str, open_p
     page.get_by_role("button", name="All of it").click()
     page.get_by_role("button", name="Earlier steps").click()
     page.wait_for_function("() => window.location.hash.includes('at=11')")
+    page.wait_for_function("() => document.querySelector('.toolbar input[type=number]').value === '11'")  # step 11 is drawn
     chart.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
