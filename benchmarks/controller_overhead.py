@@ -201,10 +201,10 @@ def measure_made_up(sizes: list[str], steps: int) -> None:
 
     torch.set_num_threads(1)
     rows = []
+    asyncio.run(drive_in(make_up_groups(16, 16)))  # imports
     with repeating_steps():
         for size in sizes:
             rollouts, tokens = map(int, size.split("x"))
-            asyncio.run(drive_in(make_up_groups(16, 16)))  # imports
             found = []
             for _ in range(steps):
                 groups = make_up_groups(rollouts, tokens)

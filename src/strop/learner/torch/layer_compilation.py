@@ -155,11 +155,7 @@ def record_calls(network: Network, layers: Sequence[nn.Module]) -> list[LayerCal
         others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         calls.append(LayerCall(layer, hidden.detach().clone().requires_grad_(), args[1:], others))
 
-    config = network.decoder.config
-    length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))  # type: ignore[call-overload]
-    positions = torch.arange(length, device=network.device)
-    start, size, parent = (torch.tensor([value]) for value in (0, length, -1))
-    plan = TreePlan(start, size, parent, network.device, network.attention_kernel)
+    positions, plan = _make_row(network)
     hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     try:
         tokens = (positions * 7919 + 13) % network.model.get_input_embeddings().weight.shape[0]
@@ -171,13 +167,19 @@ def record_calls(network: Network, layers: Sequence[nn.Module]) -> list[LayerCal
     return calls
 
 
+def _make_row(network: Network) -> tuple[Tensor, TreePlan]:
+    """Return the positions of one sequence of at most 512 tokens, and its plan."""
+    longest: Any = getattr(network.decoder.config, "max_position_embeddings", None)
+    positions = torch.arange(min(TOKENS, int(longest or TOKENS)), device=network.device)
+    start, size, parent = (torch.tensor([value]) for value in (0, len(positions), -1))
+    return positions, TreePlan(start, size, parent, network.device, network.attention_kernel)
+
+
 def make_calls(network: Network, layers: Sequence[Any], dtype: torch.dtype) -> list[LayerCall]:
     """Return calls of layers like these with random weights: gathering the weights of a layer takes all ranks."""
     decoder: Any = network.decoder
     config, device = decoder.config, network.device
-    positions = torch.arange(min(TOKENS, int(config.max_position_embeddings)), device=device)
-    start, size, parent = (torch.tensor([value]) for value in (0, len(positions), -1))
-    plan = TreePlan(start, size, parent, device, network.attention_kernel)
+    positions, plan = _make_row(network)
     with torch.random.fork_rng(devices=[device] if is_gpu(device) else [], device_type=device.type), torch.device(device):
         torch.manual_seed(0)
         hidden = torch.randn(1, len(positions), config.hidden_size, dtype=dtype)
